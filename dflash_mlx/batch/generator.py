@@ -28,7 +28,7 @@ from ..pair import DFlashPair
 from ..stats import GenerationStats
 from .groups import Groups
 from .passes import BatchTarget
-from .policy import BatchPolicy, RoundCosts
+from .policy import TRIES, TRIES_ON_GPU, BatchPolicy, RoundCosts
 from .reading import choose_chunks, read_chunks
 from .rounds import Round, RowRound, begin_round
 from .row import Row, RowResponse, make_row
@@ -93,7 +93,8 @@ class BatchGenerator:
         # Whether a new cache that a request was given is returned at its end, which copies it.
         self.keeps_caches = True
         self.pair = DFlashPair.of(draft_model)
-        self.pair.round_costs = self.pair.round_costs or RoundCosts()
+        on_gpu = mx.default_device() == mx.gpu
+        self.pair.round_costs = self.pair.round_costs or RoundCosts(TRIES_ON_GPU if on_gpu else TRIES)
         self.policy = BatchPolicy(draft_model.config.block_size - 1, self.pair.round_costs)
         self.waiting: deque[Row] = deque()
         self.rows: list[Row] = []

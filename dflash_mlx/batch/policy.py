@@ -7,7 +7,7 @@ Knows numbers only. For a row that runs alone its own policy chooses (`draft_len
 
 The width with the largest value is taken; 0 is plain batching. The drafts of a row add time to the round. If they bring less than
 half of the tokens that the batch would give in that time, the row does not draft in this round. Seconds that were never measured
-are taken from the nearest number of rows. A width that never ran is tried twice, since the first round may have to prepare its
+are taken from the nearest number of rows. A width that never ran is tried with a few rounds, since the first may have to prepare
 kernels, if it would pay at the cost that it has for one row; where other widths cost more than that, so does this one. All rows
 draft in the first rounds of a width, with the drafter: only such rounds say what it costs. Drafting is compared with plain
 rounds: a few come first, and then one now and then while rows draft.
@@ -28,11 +28,15 @@ from ..draft_length.policy import DraftLengthPolicy, FixedDraftLength
 # After this many rounds the second best width is timed again, if its value is at least this share of the best one's. After this
 # many rounds a row that does not draft is tried.
 _LOOK_AGAIN, _NEAR, _TRY_ROW = 96, 0.8, 24
-# The first rounds of a kind, which also is how many plain rounds come before rows may draft; rounds with which a width is tried;
-# drafting rounds between plain ones.
-_FEW, _TRIED, _PLAIN_AGAIN = 3, 2, 48
+# The first rounds of a kind, which also is how many plain rounds come before rows may draft; drafting rounds between plain ones.
+_FEW, _PLAIN_AGAIN = 3, 48
+# Rounds with which a width is tried, on a CPU and on a GPU. On an H200 the first two at width 15 took 78 ms, later ones 13.
+TRIES, TRIES_ON_GPU = 2, 4
 # Prompt lookup must promise this many times what the drafter or plain decoding does: its promise is a mean over kinds of text.
 _LOOKUP_GAIN = 1.25
+# What a plain round loses, in tokens of each of its rows, if one looks up: it is not started before the previous one is read, and
+# that one is not either.
+_NOT_AHEAD = 0.3
 # A width that never ran must gain this much over one that did: its first round may have to prepare kernels.
 _NEW = 1.1
 # How far one round moves an estimate; how many times the estimate an unusual round counts for at most; the fixed part of a pass
@@ -46,9 +50,12 @@ class RoundCosts:
     Many rounds of one kind in a row say how fast the machine is. The estimates of other kinds are scaled with it; else kinds that
     ran before the machine had other work would look cheap. The first rounds of a kind, and those just after another kind, say
     what the kind costs. An unusual round counts for little. Of the first few the fastest counts, since other work only adds.
+
+    tries: rounds with which a width is tried.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tries: int = TRIES) -> None:
+        self.tries = tries
         self.rounds: Counter[tuple[int, int]] = Counter()
         self._pace, self._shares = 1.0, {}
         # The kind of the last rounds, and their number.
@@ -60,7 +67,7 @@ class RoundCosts:
         self._kind, self.rounds[kind] = kind, self.rounds[kind] + 1
         off = seconds / (self._pace * self._shares.setdefault(kind, seconds / self._pace))
         moved = off if off < 1 / _ODD else 1 + _FOLLOW * (min(off, _ODD) - 1)
-        if self.rounds[kind] <= _FEW:
+        if self.rounds[kind] <= max(_FEW, self.tries):
             self._shares[kind] *= min(off, 1.0)
         elif self._in_a_row <= _FEW:
             self._shares[kind] *= moved
@@ -68,9 +75,9 @@ class RoundCosts:
             self._pace *= moved
 
     def seconds(self, rows: int, width: int) -> float | None:
-        """None if no round of this width was ever measured. Never more than for a larger number of rows. Numbers of rows that ran
-        once count only where no other did."""
-        least = _TRIED if self.is_tried(width) else 1
+        """None if no round of this width was ever measured. Never more than for a larger number of rows. If the width was tried
+        with some number of rows, numbers with fewer rounds do not count."""
+        least = self.tries if self.is_tried(width) else 1
         same = {b: share * self._pace for (b, w), share in self._shares.items() if w == width and self.rounds[b, w] >= least}
         if rows not in same and same:
             near = min(same, key=lambda b: abs(b - rows))
@@ -79,7 +86,7 @@ class RoundCosts:
 
     def is_tried(self, width: int) -> bool:
         """Whether what this width costs is known for some number of rows."""
-        return any(w == width and n >= _TRIED for (_, w), n in self.rounds.items())
+        return any(w == width and n >= self.tries for (_, w), n in self.rounds.items())
 
     def is_known(self, rows: int, width: int) -> bool:
         """Whether a few rounds of this width ran with as many rows or more. A batch that rows leave need not measure again."""
@@ -120,6 +127,7 @@ class BatchPolicy:
             width = width if free else 0
         for row in rows:
             row.price, row.looks_up = value[best[0]] * self._token_s(costs, B, drafting, seconds), is_known
+            row.stake = 0.0 if width else _NOT_AHEAD * B
         for row in free:
             row.width = width
         return width
@@ -127,7 +135,7 @@ class BatchPolicy:
     def _costs_with(self, rows: Sequence[RowPolicy]) -> RoundCosts:
         """The costs of rounds with as many rows of fixed width as here, which draft as much."""
         fixed = [row.own.width for row in rows if not row.is_free]
-        return self._costs.setdefault((len(fixed), sum(fixed)), RoundCosts())
+        return self._costs.setdefault((len(fixed), sum(fixed)), RoundCosts(self.costs.tries))
 
     @staticmethod
     def _seconds(costs: RoundCosts, B: int, widths: list[int], alone: CostModel | None) -> dict[int, float]:
@@ -174,11 +182,12 @@ class RowPolicy:
     width: the batch's choice; waits: the row has no first token yet, so it does not draft; idle: rounds since drafting paid.
     price: of verifying one token, in tokens that the batch would give in that time.
     looks_up: whether prompt lookup may draft; not in the rounds that say what plain decoding or the drafter costs.
+    stake: what the batch loses, in tokens, if a row looks up.
     """
 
     def __init__(self, own: DraftLengthPolicy | FixedDraftLength):
         self.own, self.in_company, self.width, self.waits, self.idle, self.price = own, False, 0, True, 0, 0.0
-        self.looks_up = True
+        self.looks_up, self.stake = True, 0.0
 
     @property
     def is_free(self) -> bool:
@@ -229,7 +238,7 @@ class RowPolicy:
         gains = [tokens - self.price * w for w, tokens in enumerate(expected_tokens(rates))]
         best = max(range(len(gains)), key=gains.__getitem__)
         drafted = expected_tokens(self.own.acceptance.rates())[width] - self.price * width
-        return best if gains[best] > _LOOKUP_GAIN * max(drafted, 1.0) else 0
+        return best if gains[best] > max(_LOOKUP_GAIN * max(drafted, 1.0), 1.0 + self.stake) else 0
 
     def observe(
         self, width: int, accepted: int, more: bool, seconds: float, usual: bool, looked_up: bool = False, *about: Any

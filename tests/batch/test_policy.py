@@ -1,6 +1,7 @@
 """How many drafts the rows of a batch verify: by what rounds took and what each row accepted."""
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -82,6 +83,30 @@ def test_the_first_round_of_a_width_which_prepares_its_kernels_does_not_decide()
     policy, rows = BatchPolicy(MOST), [row(0.8) for _ in range(9)]
     for B in (8, 9, 4):
         assert play(rows[:B], seconds, 30, policy)[-11:] == [[7] * B] * 11
+
+
+@pytest.mark.parametrize(("tries", "drafts"), [(2, False), (4, True)])
+def test_on_a_gpu_a_width_is_judged_by_more_rounds(tries, drafts):
+    """The first three of each width prepare kernels: the drafter's, the target's, and those of a longer cache."""
+    ran = Counter()
+
+    def seconds(B, tokens, drafts):
+        ran[tokens] += 1
+        return by_pass(B, tokens, drafts) + 9 * (drafts and ran[tokens] < 4)
+
+    policy = BatchPolicy(MOST, RoundCosts(tries))
+    assert (play([row(0.8) for _ in range(8)], seconds, 40, policy)[-1] == [7] * 8) == drafts
+
+
+def test_a_row_looks_up_beside_plain_ones_only_for_more_than_they_lose():
+    """A round in which one looks up begins after the one before it was read."""
+    for n, looks_up in ((2, True), (8, False)):
+        policy, rows = BatchPolicy(MOST), [row(0.0) for _ in range(n)]
+        for _ in range(3):
+            policy.observe(rows, 0, 1.0)
+        assert policy.plan(rows) == 0
+        # The first promise 2.1 tokens more at most, the others 5.6.
+        assert (rows[0].prompt_lookup_width(0, [0.7] * 7) > 0) == looks_up and rows[0].prompt_lookup_width(0, [0.95] * 7) == 7
 
 
 def test_a_width_is_not_tried_if_another_one_costs_far_more_with_many_rows_than_with_one():
