@@ -31,7 +31,7 @@ _LOOK_AGAIN, _NEAR, _TRY_ROW = 96, 0.8, 24
 # The first rounds of a kind, which also is how many plain rounds come before rows may draft; drafting rounds between plain ones.
 _FEW, _PLAIN_AGAIN = 3, 48
 # Rounds with which a width is tried, on a CPU and on a GPU. On an H200 the first two at width 15 took 78 ms, later ones 13.
-TRIES, TRIES_ON_GPU = 2, 4
+TRIES, TRIES_ON_GPU = 2, 6
 # Prompt lookup must promise this many times what the drafter or plain decoding does: its promise is a mean over kinds of text.
 _LOOKUP_GAIN = 1.25
 # What a plain round loses, in tokens of each of its rows, if one looks up: it is not started before the previous one is read, and
