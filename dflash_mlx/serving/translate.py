@@ -173,9 +173,9 @@ def of_messages(body: dict[str, Any]) -> dict[str, Any]:
     if choice:
         named = {"type": "function", "name": choice.get("name")}
         kinds = {"auto": "auto", "none": "none", "any": "required", "tool": named}
-        if choice.get("type") not in kinds:
+        if not isinstance(kind := choice.get("type"), str) or kind not in kinds:
             raise RequestError(f'tool_choice is {shown(choice)}; its type must be "auto", "none", "any" or "tool"')
-        chat["tool_choice"] = kinds[choice["type"]]
+        chat["tool_choice"] = kinds[kind]
         if choice.get("disable_parallel_tool_use") is True:
             chat["parallel_tool_calls"] = False
     thinking = _object(body, "thinking")

@@ -157,6 +157,7 @@ def test_errors_come_in_the_words_that_clients_act_upon(served, chatty):
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens is 0"),
         ({"messages": []}, "messages is []; it must be a list with at least one message"),
         ({"tool_choice": {"type": "banana"}}, 'its type must be "auto", "none", "any" or "tool"'),
+        ({"tool_choice": {"type": ["auto"]}}, 'its type must be "auto", "none", "any" or "tool"'),
         ({"tool_choice": {"name": "weather"}}, 'its type must be "auto", "none", "any" or "tool"'),
         ({"system": 5}, "system is 5; it must be text or a list of text parts"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "this server reads text only"),
