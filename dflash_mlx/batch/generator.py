@@ -225,16 +225,18 @@ class BatchGenerator:
                 return self._alone(rows[0])
             current, width = self._begin(rows)
         done = [row for row in rows if row.round]
-        is_alike, seconds = current is not None and all(row.did(width) for row in done), 0.0
+        alike, can_time, seconds = all(row.did(width) for row in done), False, 0.0
+        verified = sum(row.round.draft.width for row in done if row.policy.is_free and row.round.draft)
         if current is not None:
             self._ahead = current.read(self._look_ahead(current, rows))
             current.commit(seconds := self.pair.clock() - began)
-            # The time of a round that started ahead cannot be told if a prompt was read meanwhile, or if no round follows. That
-            # of any other round cannot be told if the next one was started in it.
-            is_alike = is_alike and current.is_ahead == (self._ahead is not None) and not (current.is_ahead and has_read)
+            # A plain round counts among others: one that started ahead, if the next one did too and no prompt was read meanwhile.
+            # Alone between drafting rounds it takes longer.
+            among_plain = current.is_ahead and self._ahead is not None and not has_read
+            can_time = among_plain if current.is_plain else alike or verified <= width * len(done)
         found = self._hand_out(done)
-        if is_alike and all(response.error is None for response in found):
-            self.policy.observe([row.policy for row in done], width, seconds)
+        if can_time and all(response.error is None for response in found):
+            self.policy.observe([row.policy for row in done], width, seconds, alike)
         return found
 
     @staticmethod

@@ -9,8 +9,10 @@ The width with the largest value is taken; 0 is plain batching. The drafts of a 
 half of the tokens that the batch would give in that time, the row does not draft in this round. Seconds that were never measured
 are taken from the nearest number of rows. A width that never ran is tried with a few rounds, since the first may have to prepare
 kernels, if it would pay at the cost that it has for one row; where other widths cost more than that, so does this one. All rows
-draft in the first rounds of a width, with the drafter: only such rounds say what it costs. Drafting is compared with plain
-rounds: a few come first, and then one now and then while rows draft.
+draft in the first rounds of a width, with the drafter: only such rounds say what it costs. Later some rows look up or do not
+draft. Such mixed rounds should take less time than the others; where they take more (each number of tokens may need kernels of
+its own), drafting is charged with it. Drafting is compared with plain rounds: a few come first, and then some now and then while
+rows draft.
 
 A request may ask for a width of its own. Such a row drafts in every round; what the others do beside it has costs of its own.
 """
@@ -28,8 +30,9 @@ from ..draft_length.policy import DraftLengthPolicy, FixedDraftLength
 # After this many rounds the second best width is timed again, if its value is at least this share of the best one's. After this
 # many rounds a row that does not draft is tried.
 _LOOK_AGAIN, _NEAR, _TRY_ROW = 96, 0.8, 24
-# The first rounds of a kind, which also is how many plain rounds come before rows may draft; drafting rounds between plain ones.
-_FEW, _PLAIN_AGAIN = 3, 48
+# The first rounds of a kind, which also is how many plain rounds come before rows may draft. Of so many rounds while rows draft,
+# these are plain: the first and the last cannot be timed, as only one of the two starts before the round before it was read.
+_FEW, _PLAIN_AGAIN, _PLAIN = 3, 64, 4
 # Rounds with which a width is tried, on a CPU and on a GPU. On an H200 the first two at width 15 took 78 ms, later ones 13.
 TRIES, TRIES_ON_GPU = 2, 6
 # Prompt lookup must promise this many times what the drafter or plain decoding does: its promise is a mean over kinds of text.
@@ -42,6 +45,8 @@ _NEW = 1.1
 # How far one round moves an estimate; how many times the estimate an unusual round counts for at most; the fixed part of a pass
 # (reading weights), in rows.
 _FOLLOW, _ODD, _FIXED = 0.25, 2.0, 4
+# How much of what mixed rounds take too long is remembered after each plain round: their kernels may be ready by now.
+_REMEMBER = 0.998
 
 
 class RoundCosts:
@@ -58,6 +63,8 @@ class RoundCosts:
         self.tries = tries
         self.rounds: Counter[tuple[int, int]] = Counter()
         self._pace, self._shares = 1.0, {}
+        # By number of rows: the time of mixed rounds, in rounds of that width in which all rows draft.
+        self._mixed: dict[int, float] = {}
         # The kind of the last rounds, and their number.
         self._kind, self._in_a_row = None, 0
 
@@ -73,6 +80,19 @@ class RoundCosts:
             self._shares[kind] *= moved
         else:
             self._pace *= moved
+        if not width:
+            self._mixed = {b: 1 + _REMEMBER * (times - 1) for b, times in self._mixed.items()}
+
+    def add_mixed(self, rows: int, width: int, seconds: float) -> None:
+        """Note a round in which not all rows drafted as many tokens as most of them, `width`."""
+        if self.is_tried(width):
+            off, known = seconds / self.seconds(rows, width), self._mixed.get(rows, 1.0)
+            self._mixed[rows] = known + _FOLLOW * (min(off, _ODD * known) - known)
+
+    def mixed(self, rows: int) -> float:
+        """How many times as long drafting rounds take if rows differ; 1 where they take less."""
+        near = min(self._mixed, key=lambda b: abs(b - rows), default=rows)
+        return max(self._mixed.get(near, 1.0), 1.0)
 
     def seconds(self, rows: int, width: int) -> float | None:
         """None if no round of this width was ever measured. Never more than for a larger number of rows. If the width was tried
@@ -113,13 +133,14 @@ class BatchPolicy:
         B, widths, costs = len(rows), [0, *first_widths(self.most)], self._costs_with(rows)
         tokens = [expected_tokens(row.own.acceptance.rates()) for row in free]
         seconds, others = self._seconds(costs, B, widths, free[0].own.cost_model), len(rows) - len(free)
-        value = {w: (others + sum(t[w] for t in tokens)) / s for w, s in seconds.items()}
+        mixed = costs.mixed(B)
+        value = {w: (others + sum(t[w] for t in tokens)) / (s * mixed if w else s) for w, s in seconds.items()}
         best = sorted(value, key=value.__getitem__, reverse=True)
         # Plain rounds first: drafting is compared with them. A width that is almost as good is timed again now and then.
         width, second = best[0], best[1] if len(best) > 1 else best[0]
         if self._rounds % _LOOK_AGAIN == 0 and value[second] > _NEAR * value[width]:
             width = second
-        elif self._rounds % _PLAIN_AGAIN == 0:
+        elif self._rounds % _PLAIN_AGAIN < _PLAIN:
             width = 0
         is_known, drafting = costs.is_known(B, width), sum(row.is_free for row in rows)
         if width and is_known:
@@ -171,9 +192,13 @@ class BatchPolicy:
                 found.append(row)
         return found
 
-    def observe(self, rows: Sequence[RowPolicy], width: int, seconds: float) -> None:
-        """Note the seconds of a round in which all rows whose width is chosen by time had this width."""
-        self._costs_with(rows).add(len(rows), width, seconds)
+    def observe(self, rows: Sequence[RowPolicy], width: int, seconds: float, alike: bool = True) -> None:
+        """Note the seconds of a round. width: of all rows whose width is chosen by time if alike, else of most of them."""
+        costs = self._costs_with(rows)
+        if alike:
+            costs.add(len(rows), width, seconds)
+        elif width:
+            costs.add_mixed(len(rows), width, seconds)
 
 
 class RowPolicy:

@@ -223,13 +223,13 @@ class Sure:
 
 def test_only_rounds_of_the_drafter_and_plain_ones_say_what_a_width_costs(monkeypatch):
     """In text that repeats itself most drafts come from it."""
-    model, noted, rounds = tiny_target(), [], []
+    model, noted, mixed, rounds = tiny_target(), [], [], []
     commit, observe = Round.commit, BatchPolicy.observe
     monkeypatch.setattr(Round, "commit", lambda self, seconds: rounds.append(self) or commit(self, seconds))
 
-    def note(self, rows, width, seconds):
-        noted.append((width, rounds[-1]))
-        observe(self, rows, width, 1.0 + width / 50)
+    def note(self, rows, width, seconds, alike):
+        (noted if alike else mixed).append((width, rounds[-1]))
+        observe(self, rows, width, 1.0 + width / 50, alike)
 
     monkeypatch.setattr(BatchPolicy, "observe", note)
     batch = BatchGenerator(model, letters(), tiny_drafter(model))
@@ -239,10 +239,12 @@ def test_only_rounds_of_the_drafter_and_plain_ones_say_what_a_width_costs(monkey
     drafts = [(width, row.draft) for width, one in noted for row in one.rows]
     assert all(draft.by_drafter if width else not draft.width for width, draft in drafts)
     assert {bool(width) for width, _ in noted} == {False, True}
+    # What verifies more than the drafter's rounds says nothing of them.
+    assert all(sum(row.draft.width for row in one.rows) <= width * len(one.rows) for width, one in mixed)
     assert sum(row.draft.source == "sure" for one in rounds for row in one.rows) > len(rounds)
 
 
-def test_a_plain_round_in_which_the_next_one_is_started_is_not_charged_with_both(pair, monkeypatch):
+def test_plain_rounds_count_only_among_others_without_what_the_next_one_took(pair, monkeypatch):
     clock, noted, init = [0.0], [], Round.__init__
 
     def begins(self, *about):
@@ -252,9 +254,16 @@ def test_a_plain_round_in_which_the_next_one_is_started_is_not_charged_with_both
     monkeypatch.setattr(Round, "__init__", begins)
     monkeypatch.setattr(DFlashPair.of(pair[1]), "clock", lambda: clock[0])
     batch = plain_batch(*pair, PROMPTS)
-    batch.policy.observe = lambda rows, width, seconds: noted.append(seconds)
+    batch.policy.observe = lambda rows, width, seconds, alike: noted.append(seconds)
     run(batch)
     assert len(noted) >= 10 and {*noted} == {1.0}
+    noted.clear()
+    batch = plain_batch(*pair, PROMPTS)
+    # As between drafting rounds.
+    batch._look_ahead = lambda current, rows: None
+    batch.policy.observe = lambda rows, width, seconds, alike: noted.append(seconds)
+    run(batch)
+    assert not noted
 
 
 @pytest.mark.rows_equal
@@ -275,7 +284,7 @@ def test_rounds_beside_a_row_of_fixed_width_say_what_they_cost(monkeypatch):
     monkeypatch.setattr(
         BatchPolicy,
         "observe",
-        lambda self, rows, width, seconds: noted.append(width) or observe(self, rows, width, 1.0 + width / 50),
+        lambda self, rows, width, seconds, alike: noted.append(width) or observe(self, rows, width, 1.0 + width / 50, alike),
     )
     batch = BatchGenerator(model, letters(), tiny_drafter(model))
     for prompt, options in zip(PROMPTS, ({}, {}, {"block_size": 4}), strict=False):
