@@ -57,6 +57,9 @@ def main() -> None:
     # Show a warning as a sentence, without its place in the code.
     warnings.formatwarning = lambda message, *place, **more: wrapped(f"Warning: {str(message).rstrip('.')}.\n", sys.stderr)
     sys.unraisablehook = bring_back
+    if sys.stdin is None:
+        # Whoever started the command has closed it: it reads as empty.
+        sys.stdin = open(os.devnull, encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):
         # Without UTF-8 a character that the locale lacks would end the answer with an error.
         if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):

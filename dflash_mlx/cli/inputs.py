@@ -25,7 +25,7 @@ CONTEXT = 4096
 
 def is_piped() -> bool:
     """Whether standard input is not a terminal."""
-    return sys.stdin is not None and not sys.stdin.isatty()
+    return not sys.stdin.isatty()
 
 
 def standard_input() -> str:

@@ -131,7 +131,7 @@ def _delete(chosen: list[Any], yes: bool) -> None:
     for one in chosen:
         say(f"{one.name}: {size_text(one.size_bytes)} in {one.path}")
     if not yes:
-        if not sys.stdin or not sys.stdin.isatty():
+        if not sys.stdin.isatty():
             raise DFlashError("deleting must be confirmed, which needs a terminal, so nothing was deleted", "Give --yes")
         sys.stderr.write(f"Delete {'this' if len(chosen) == 1 else f'these {len(chosen)}'}? [y/N] ")
         sys.stderr.flush()

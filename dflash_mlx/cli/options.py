@@ -85,7 +85,8 @@ ChatTemplateArgs = Annotated[
 
 def drafter_name(name: str | None) -> str | None:
     """A drafter as it was typed; 'auto' and 'none' in lower case, as they are compared everywhere."""
-    return name.lower() if name and name.lower() in ("auto", "none") else name
+    word = (name or "").strip().lower()
+    return word if word in ("auto", "none") else name
 
 
 DraftModel = Annotated[

@@ -91,9 +91,8 @@ def make_app(engine: Engine) -> ASGIApp:
     app.state.fingerprint, app.state.created = get_system_fingerprint(), int(time.time())
 
     async def with_any_prefix(scope: Scope, receive: Receive, send: Send) -> None:
-        # /v1 may be left out, and a slash may end an address.
-        path = scope["path"].rstrip("/") or "/"
-        path = path.removeprefix("/v1") if path.startswith("/v1/") else path
+        # /v1 may be left out, or come twice from a client that adds it to an address that has it; so may slashes.
+        path = re.sub("^/+(v1/+)*", "/", scope["path"].rstrip("/")) or "/"
         await app({**scope, "path": path}, receive, send)
 
     return with_any_prefix

@@ -441,7 +441,7 @@ def _held_calls(
     choice = body.get("tool_choice", "auto")
     names, forced = _chosen(choice, {str(function.get("name")) for function in functions})
     if forced and not functions:
-        raise RequestError(f"tool_choice is {shown(choice)}, and tools offers no function", "Offer one")
+        raise RequestError("tool_choice asks for a call, and tools offers no function", "Offer one")
     chosen = [function for function in functions if names is None or function.get("name") in names]
     many, some = not one and _named(choice) is None, len(chosen) < len(functions)
     calls = replace(demand, tools=tuple(map(read_tool, chosen)), forced=forced, many=many, some=some)
@@ -490,8 +490,8 @@ def _chosen(choice: Any, offered: set[str]) -> tuple[set[str] | None, bool]:
         problem = f'tool_choice is {shown(choice)}; it must be "auto", "none", "required", allowed_tools, or name a function'
         raise RequestError(problem)
     if missing := sorted(names - offered):
-        what = f"is {shown(choice)}" if forced and len(names) == 1 else f"allows {missing[0]!r}"
-        raise RequestError(f"tool_choice {what}, and tools offers no such function", "Offer it")
+        verb = "names" if forced and len(names) == 1 else "allows"
+        raise RequestError(f"tool_choice {verb} {shown(missing[0])}, and tools offers no such function", "Offer it")
     return names, forced
 
 

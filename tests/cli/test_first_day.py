@@ -16,7 +16,7 @@ from screen import Screen
 from typer.testing import CliRunner
 
 from dflash_mlx import load, requirements
-from dflash_mlx.cli import generate, inputs
+from dflash_mlx.cli import generate, inputs, options
 from dflash_mlx.cli.app import app, sentence
 from dflash_mlx.cli.options import DraftBits, Dtype
 from dflash_mlx.errors import CheckpointError
@@ -146,6 +146,8 @@ def test_convert_takes_a_built_in_name(tmp_path, flag):
 def test_draft_model_none_is_plain_decoding():
     plain, none = (run("generate", "--model", "tiny", "-p", "x", "-m", "4", *more) for more in ([], ["--draft-model", "none"]))
     assert none.returncode == 0 and none.stdout == plain.stdout
+    words = {" None": "none", "auto\n": "auto", "a dir ": "a dir ", "": "", None: None}
+    assert {word: options.drafter_name(word) for word in words} == words
     assert "decoding without drafts" in none.stderr and "tau" not in none.stderr
     assert "--draft-model auto takes tiny's own." in plain.stderr and "auto" not in none.stderr
     assert inputs._drafter_of("mlx-community/Qwen3-8B-4bit") == " --draft-model auto takes z-lab/Qwen3-8B-DFlash-b16."
@@ -233,6 +235,12 @@ def test_the_log_comes_before_an_answer_or_after_it(monkeypatch):
     assert shown == ["before", "0", "1", "2", "end", "between", "between", "between"]
     log.warning("later")
     assert shown[-1] == "later"
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "-m", "2"]])
+def test_standard_input_that_was_closed_reads_as_empty(command):
+    closed, empty = (run(*command, "--model", "tiny", stdin=stdin) for stdin in (None, ""))
+    assert (closed.returncode, closed.stdout) == (empty.returncode, empty.stdout) == (0, empty.stdout), closed.stderr
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

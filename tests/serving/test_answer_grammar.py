@@ -283,7 +283,7 @@ def test_tools_that_are_not_allowed_are_not_offered_where_calls_cannot_be_held_t
 @pytest.mark.parametrize(
     "choice,message",
     [
-        (allowed("auto", "cat"), "tool_choice allows 'cat', and tools offers no such function. Offer it"),
+        (allowed("auto", "cat"), 'tool_choice allows "cat", and tools offers no such function. Offer it'),
         (allowed("any", "ls"), 'allowed_tools must have mode "auto" or "required", and tools with functions'),
         (allowed("auto"), "and tools with functions"),
         ({"type": "allowed_tools", "mode": "auto", "tools": "ls"}, "and tools with functions"),

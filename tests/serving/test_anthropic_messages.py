@@ -133,7 +133,7 @@ def test_errors_come_in_the_words_that_clients_act_upon(served, chatty):
     assert caught.value.body["error"]["type"] == "invalid_request_error" and caught.value.body["type"] == "error"
     with pytest.raises(anthropic.NotFoundError):
         create(model="claude", messages=MESSAGES, max_tokens=1)
-    with pytest.raises(anthropic.BadRequestError, match="offers no such function"):
+    with pytest.raises(anthropic.BadRequestError, match='tool_choice names "rm", and tools offers no such function'):
         create(model="served", messages=MESSAGES, max_tokens=1, tools=TOOLS, tool_choice={"type": "tool", "name": "rm"})
     with running(*chatty, api_key="sesame", max_queue=0) as server:
         with pytest.raises(anthropic.AuthenticationError):

@@ -342,7 +342,7 @@ def test_a_foreign_host_is_refused_everywhere(served, chatty):
         assert server.raw(b"GET /v1/models HTTP/1.1\r\nHost: any.example\r\n\r\n")[0] == 200
 
 
-@pytest.mark.parametrize("prefix", ["", "/v1"])
+@pytest.mark.parametrize("prefix", ["", "/v1", "/v1/v1", "//v1", "/", "/v1/"])
 def test_every_address_is_there_with_and_without_v1(served, prefix):
     assert json.loads(served.get(f"{prefix}/models")[1])["data"][0]["id"] == "served"
     assert json.loads(served.get(f"{prefix}/models/served")[1])["id"] == "served"

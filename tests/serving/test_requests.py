@@ -39,7 +39,7 @@ from dflash_mlx.serving.requests import fold_seed, read_request
         ({"structured_outputs": {"json": {}, "regex": "a"}}, 400, "it must have one of json, regex"),
         ({"adapters": "x"}, 400, 'adapters is "x"; this server cannot do that. Leave it out.'),
         ({"parallel_tool_calls": "no"}, 400, 'parallel_tool_calls is "no"; it must be true or false'),
-        ({"tool_choice": "required"}, 400, 'tool_choice is "required", and tools offers no function. Offer one'),
+        ({"tool_choice": "required"}, 400, "tool_choice asks for a call, and tools offers no function. Offer one"),
         ({"tool_choice": {"type": "function", "function": {"name": "rm"}}, "tools": WEATHER}, 400, "offers no such function"),
         ({"tool_choice": {"type": "custom"}}, 400, "or name a function"),
         ({"tools": "all"}, 400, 'tools is "all"; it must be a list'),

@@ -18,14 +18,15 @@ from dflash_mlx.cli import app
 _QUIET = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 
 
-def run(*args: str, stdin: str | bytes = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    """Run a command to its end: its exit status, and the text of both streams. Standard input is a pipe that ends.
+def run(*args: str, stdin: str | bytes | None = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    """Run a command to its end: its exit status, and the text of both streams. Standard input is a pipe that ends; None: closed.
 
     What a command changes for its process ends with it: environment variables and filters of warnings. An error that has not
     become a sentence and a status is raised.
     """
     out, err = io.StringIO(), io.StringIO()
-    given = io.TextIOWrapper(io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin), encoding="utf-8")
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    given = None if data is None else io.TextIOWrapper(io.BytesIO(data), encoding="utf-8")
     streams = {"argv": [app.__file__, *args], "stdin": given, "stdout": out, "stderr": err}
     with mock.patch.multiple(sys, **streams), mock.patch.dict(os.environ, env or {}), _warnings_on_stderr():
         try:
