@@ -28,7 +28,7 @@ _NOT_DOWNLOADED = ["consolidated*", "original/*", "*.bin"]
 
 # the address of a page of a repository, of a branch, or of a folder or file in it
 _PAGE = re.compile(
-    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?(/[^?#]+?)?/?(?:[?#].*)?"
+    r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/([^/?#]+/[^/?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?(/[^?#]+?)?/?(?:[?#].*)?"
 )
 
 

@@ -179,6 +179,9 @@ def test_a_folder_of_a_hub_repository_is_named_behind_it(tmp_path, monkeypatch):
         ("https://huggingface.co/org/name/", "org/name", None),
         ("http://www.huggingface.co/org/name?show=1#files", "org/name", None),
         ("https://hf.co/org/name/tree/v2", "org/name", "v2"),
+        # as Ollama and llama.cpp take it
+        ("hf.co/org/name", "org/name", None),
+        ("huggingface.co/org/name/blob/main/m.gguf", "org/name/m.gguf", "main"),
         ("https://huggingface.co/org/name/tree/main/draft/4bit", "org/name/draft/4bit", "main"),
         ("https://huggingface.co/org/name/blob/main/m.Q4_K_M.gguf", "org/name/m.Q4_K_M.gguf", "main"),
         ("https://huggingface.co/org/name/resolve/main/m.gguf?download=true", "org/name/m.gguf", "main"),
