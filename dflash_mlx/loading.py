@@ -366,7 +366,7 @@ def load_drafter(
     """
     from .conversion.drafters import hold_in_bits, read_drafter
 
-    if not isinstance(path_or_hf_repo, (str, Path, NoneType)) or isinstance(model, tuple):
+    if not isinstance(path_or_hf_repo, (str, Path, NoneType)) or not isinstance(model, (nn.Module, NoneType)):
         found = f"{type(path_or_hf_repo).__name__} and {type(model).__name__}"
         raise PairError(
             f"load_drafter was given {found}; it takes the drafter's name and the target",

@@ -26,15 +26,17 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
     is_array = hasattr(prompt, "tolist")
     ids = prompt.tolist() if is_array else prompt
     if not isinstance(ids, (list, tuple)) or not all(map(is_whole, ids)):
-        what = f"of type {type(prompt).__name__}"
+        what, remedy = f"of type {type(prompt).__name__}", "Pass one prompt at a time"
         if is_array:
             what = f"an array of {str(prompt.dtype).removeprefix('mlx.core.')} and shape {list(prompt.shape)}"
         elif isinstance(ids, (list, tuple)):
             odd = next(i for i in ids if not is_whole(i))
             what = f"a list that holds {str(odd)[:40]!r} of type {type(odd).__name__}"
+            if isinstance(odd, dict):
+                remedy = "Write messages with tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
         raise GenerationError(
             f"the prompt is {what}; it must be text, a list of token ids or an array [T] of them",
-            "Pass one prompt at a time",
+            remedy,
         )
     return list(map(int, ids))
 

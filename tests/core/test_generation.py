@@ -766,13 +766,13 @@ def test_an_option_without_effect_or_meaning_is_refused_before_anything_runs(tin
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([5, -1, 7], r"token ids \[-1\]; this target's are 0 to 60"),
-        ([5, 61, 7], r"token ids \[61\]; this target's are 0 to 60"),
+        *(([5, odd, 7], rf"token ids \[{odd}\]; this target's are 0 to 60") for odd in (-1, 61)),
         (mx.array([[5, 9]]), r"an array of int32 and shape \[1, 2\]; it must be text"),
         (mx.array([1.0]), r"an array of float32 and shape \[1\]; it must be text"),
         (None, "of type NoneType; it must be text"),
         ([5, 1.5], "a list that holds '1.5' of type float; it must be text"),
-        ([[5]], r"a list that holds '\[5\]' of type list; it must be text"),
+        ([[5]], r"a list that holds '\[5\]' of type list; it must be text.* Pass one prompt at a time"),
+        ([{"role": "user", "content": "x"}], r"of type dict; it must be .* Write messages with tokenizer.apply_chat_template"),
     ],
 )
 def test_a_prompt_that_is_no_line_of_ids_is_refused(tiny, prompt, message):

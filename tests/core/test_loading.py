@@ -136,7 +136,13 @@ def test_a_pair_that_does_not_belong_together_is_refused(name):
         pair_with(tiny_target(), raw)
 
 
-@pytest.mark.parametrize("swap", [lambda model: (model, "tiny"), lambda model: ("tiny", (model, letters()))])
+@pytest.mark.parametrize(
+    "swap",
+    [
+        *(lambda model: (model, "tiny"), lambda model: ("tiny", (model, letters()))),
+        *(lambda model: ("tiny", "tiny"), lambda model: ("tiny", letters())),
+    ],
+)
 def test_what_is_no_name_and_no_target_is_said_with_how_to_load_them(swap):
     with pytest.raises(PairError, match=r"load_drafter was given \w+ and \w+; it takes .* Write: model, tokenizer = load"):
         load_drafter(*swap(tiny_target()))
