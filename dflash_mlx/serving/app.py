@@ -360,10 +360,12 @@ def _job(request: CompletionRequest, prompt: Prompt, pair: LoadedPair, index: in
     if request.thinking_budget is not None:
         opened = opens_reasoning(pair.tokenizer, prompt.before)
         budget.append(ThinkingBudget(request.thinking_budget, len(prompt.ids), end_of_thinking(pair.tokenizer), opened))
+    # An answer that continues a word keeps its leading blank. If the message ends with one, the template may have cut that.
+    begun = request.messages[-1]["content"] if request.continues and pair.tokenizer.has_chat_template else ""
     return Job(
         prompt=prompt.ids,
         shared=prompt.shared,
-        after_template=request.chat,
+        after_template=request.chat and not begun[-1:].strip(),
         sampling=request.sampling_of(index),
         logit_bias=request.logit_bias,
         max_tokens=request.max_tokens,

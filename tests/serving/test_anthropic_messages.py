@@ -126,6 +126,17 @@ def test_a_last_message_of_the_assistant_is_gone_on_with(served):
     assert client(served).messages.create(model="served", messages=begun, max_tokens=3).usage.output_tokens == 3
 
 
+@pytest.mark.parametrize("begun, answer", [("The reason", " is this"), ("The reason ", "is this"), (None, "is this")])
+def test_an_answer_that_continues_a_word_keeps_its_leading_blank(chatty, begun, answer):
+    tokenizer = chatty[1]
+    messages = [*MESSAGES, {"role": "assistant", "content": begun}] if begun else MESSAGES
+    with running(says(tokenizer, " is this"), tokenizer) as server:
+        assert client(server).messages.create(model="served", messages=messages, max_tokens=9).content[0].text == answer
+    with running(says(tokenizer, " is this"), tokenizer) as server:
+        with client(server).messages.stream(model="served", messages=messages, max_tokens=9) as stream:
+            assert "".join(stream.text_stream) == answer
+
+
 def test_errors_come_in_the_words_that_clients_act_upon(served, chatty):
     create = client(served).messages.create
     with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 4096 maximum") as caught:
