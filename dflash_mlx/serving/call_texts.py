@@ -132,9 +132,7 @@ GLM_CALL, LONGCAT_CALL = (
 MINIMAX_CALLS = rf"(?:<invoke name={_NAMED}\s*(?:<parameter name={_NAMED}[^<]*</parameter>\s*)*</invoke>\s*)+"
 MINICPM_CALL = rf"{_NAMED}\s*(?:<param\s+name\s*={_NAMED}(?:\s*<!\[CDATA\[[^<]*|[^<]*)</param>\s*)*"
 MUSE_CALLS = rf"(?:<atem:invoke{_FIELDS}>\s*(?:<atem:parameter{_FIELDS}>[^<]*</atem:parameter>\s*)*</atem:invoke>\s*)+"
-XML_CALLS = (
-    r"(?:<function=\s*[^\s<>]+>\s*(?:\{[^<]*\}\s*|(?:<parameter=\s*[^\s<>]+>[^<]*</parameter>\s*)*)(?:</function>\s*|\Z))+"
-)
+XML_CALLS = r"(?:<function=\s*[^\s<>]+>\s*(?:\{[^<]*\}\s*|(?:<parameter=\s*[^\s<>]+>[^<]*</parameter>\s*)*)</function>\s*)+"
 _K2_CALL = r"[^<]+<\|tool_call_argument_begin\|>[^<]*"
 K2_CALLS = rf"(?:(?:<\|tool_call_begin\|>{_K2_CALL}<\|tool_call_end\|>\s*)+|{_K2_CALL}(?<=\}}))"
 K3_CALLS = (

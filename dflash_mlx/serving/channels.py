@@ -354,11 +354,11 @@ class _Marked:
         that is read again.
         """
         text, (_, mark, read) = self.head + self.call, self.calls
+        behind = ""
         if not mark and self.mark and (at := end_of_calls(read, text)):
-            # No mark ends these calls. So what stands behind them is text, or the next ones.
-            behind = "" if self.live.is_open or not text[at:].strip() else text[at:]
-            self.call = text = text[:at]
-            self.state, self.scanner.held = self.before, behind + self.scanner.held
+            # No mark ends these calls. So what stands behind them is text, or the next ones, if it was not let go as one.
+            text, behind = text[:at], text[at:] if text[at:].strip() else ""
+            behind = min(self.live.rest(), behind, key=len) if self.live.begun else behind
         value = open_value(text, mark)
         # Lenient parsers leave an open value out, or run over into the next call. A quote alone may be an apostrophe.
         whole = (end or shows_its_end(self.mark, read)) and (not value or value[0] != "<" and not (mark and mark in text))
@@ -366,6 +366,8 @@ class _Marked:
         if calls and (self.mark or offered(calls, self.tools)):
             self._end_reasoning()
             pieces.append(Piece("call", calls=calls[self.live.begun :]))
+            if behind:
+                self.state, self.scanner.held = self.before, behind + self.scanner.held
             return True
         if end and value:
             self.json.feed(end)
@@ -446,15 +448,19 @@ class _Harmony:
         self.scanner.held += text
         pieces = []
         while True:
-            more = self._header(last) if self.kind == "header" else self._body(last, pieces)
+            more = self._header(last, pieces) if self.kind == "header" else self._body(last, pieces)
             if more:
                 continue
-            if last and self.kind == "header" and not self._CUT.fullmatch(self.header):
-                # It is no header, and there is no text after it.
-                pieces.append(Piece("answer", self.header))
+            if last and self.kind == "header":
+                self._end_header(pieces)
             return pieces
 
-    def _header(self, last: bool) -> bool:
+    def _end_header(self, pieces: list[Piece]) -> None:
+        """A header without a text: what does not look like one is an answer."""
+        if not self._CUT.fullmatch(self.header):
+            pieces.append(Piece("answer", self.header))
+
+    def _header(self, last: bool, pieces: list[Piece]) -> bool:
         """Read on in a header; False: it waits for more text."""
         if self.first and not self.header:
             start = self.scanner.held.lstrip()
@@ -478,6 +484,7 @@ class _Harmony:
                 self.live = HeadedCalls(self.tools) if self.lives else LiveCalls(())
                 self.live.feed(f"{self._called()}[ARGS]")
         elif mark in self._ENDS or mark == "<|start|>":
+            self._end_header(pieces)
             self.header = "<|start|>" if mark == "<|start|>" else ""
         else:
             self.header += mark
@@ -510,7 +517,7 @@ class _Harmony:
         if self.kind == "call" and (mark or last):
             if self.json.within and self.torn >= 0:
                 return self._give_up(mark or "", pieces)
-            pieces.append(self._closed(end))
+            pieces += self._closed(end)
         elif self.given_up:
             pieces.append(Piece("answer", end))
         if mark is None:
@@ -559,12 +566,12 @@ class _Harmony:
         waits = start.startswith(follows) or any(words.startswith(start) for words in follows)
         return None if waits and len(after) <= _LONGEST_HEADER else False
 
-    def _closed(self, end: str) -> Piece:
+    def _closed(self, end: str) -> list[Piece]:
         name, body = self._called(), self.body
         # Without any letter of its object it was cut off.
         whole = self.tools and (end or body.strip())
         calls = tried(lambda: {"name": name, "arguments": body}, name + body, self.tools) if whole else []
         written = f"{self.header}<|message|>{body}{end}"
         if self.live.begun:
-            return Piece("call")
-        return Piece("call", calls=calls) if calls else Piece("answer", written)
+            return [Piece("call"), Piece("answer", self.live.rest())]
+        return [Piece("call", calls=calls) if calls else Piece("answer", written)]

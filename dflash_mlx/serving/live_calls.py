@@ -38,11 +38,6 @@ class LiveCalls:
         """The parts that these letters complete."""
         return []
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the arguments of a call that was let go are not closed."""
-        return False
-
     def finish(self) -> list[Part]:
         """What is held of a value that was cut off."""
         return []
@@ -95,7 +90,7 @@ class HeadedCalls(LiveCalls):
     # What may stand between two calls.
     _BETWEEN = r"\s*(?:(?:\[TOOL_CALLS\]|<\|tool_call_end\|>|<\|tool_call_begin\|>)\s*)*"
     _HEAD = re.compile(
-        _BETWEEN + r"(?:functions\.)?([\w./:-]+?)(?::\d+)?\s*(?:\[CALL_ID\]\s*(\w+)\s*)?"
+        _BETWEEN + r"(?:functions\.)?([\w./:-]{1,128}?)(?::\d+)?\s*(?:\[CALL_ID\]\s*(\w+)\s*)?"
         r"(?:\[ARGS\]|<\|tool_call_argument_begin\|>)\s*(?=\{)"
     )
 
@@ -118,10 +113,6 @@ class HeadedCalls(LiveCalls):
             if not self._object.depth:
                 self._object = None
         return parts
-
-    @property
-    def is_open(self) -> bool:
-        return self._object is not None
 
     def rest(self) -> str:
         return "" if re.fullmatch(self._BETWEEN, self._held) else self._held

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from mlx_lm.server import convert_chat
@@ -87,6 +88,7 @@ def _read_message(message: Any, tokenizer: Any, role_mapping: Mapping[str, str],
         raise DFlashError(f"a message is {shown(message)}; every message must be an object with a role", "Add the role")
     read = {key: value for key, value in message.items() if value is not None and value != []}
     read["role"] = _role(message["role"], tokenizer, role_mapping)
+    _check_id(read, "tool_call_id")
     thoughts = _thoughts(message.get("content")) if read["role"] == "assistant" else []
     shown_parts = [part for part in message["content"] if not _is_thought(part)] if thoughts else message.get("content")
     read["content"] = _text(shown_parts, left_out)
@@ -181,10 +183,16 @@ def _read_calls(calls: Any) -> list[dict[str, Any]]:
             call = {"id": call.get("id"), "type": "function", "function": function}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DFlashError(f"a tool call is {shown(call)}; it must have a function with a name", "Send the call as it came")
+        _check_id(call, "id")
         inner = {**function, "arguments": read_arguments(function.get("arguments"))}
         # Some templates read `call.name`, others `call.function.name`; OpenAI's is the latter.
         read.append({"type": "function", **call, "function": inner} if function is not call else {**call, **inner})
     return read
+
+
+def _check_id(message: Mapping[str, Any], key: str) -> None:
+    if not isinstance(message.get(key), (str, int, NoneType)):
+        raise DFlashError(f"the id of a tool call is {shown(message[key])}; it must be text", "Send the id as it came")
 
 
 def read_arguments(given: Any) -> Arguments:
@@ -307,7 +315,7 @@ def _other_variables(tokenizer: Any, variables: Mapping[str, Any], write: Callab
     if plain is not None and all(str(function.get("name")) in plain for function in functions):
         return {}
     listed = json.dumps(functions, ensure_ascii=False)
-    for more in ({"xml_tools": tools}, {"functions": listed}, {"functions": functions}):
+    for more in ({}, {"xml_tools": tools}, {"functions": listed}, {"functions": functions}):
         text = written(**more, **day)
         if text is not None and more.keys() <= known and all(str(function.get("name")) in text for function in functions):
             return more | day

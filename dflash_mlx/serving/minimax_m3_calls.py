@@ -60,8 +60,8 @@ def _object(parts: list[tuple[str, Any]], schema: Any, root: Any) -> dict[str, A
 def _value(node: _Node, schema: Any, root: Any) -> Any:
     types = types_in(schema, root)
     if isinstance(node, str):
-        empty = {"array": [], "object": {}}
-        return next((empty[kind] for kind in types if kind in empty and not node.strip()), read_as(node, types))
+        empty = {"string": node, "array": [], "object": {}}
+        return next((value for kind, value in empty.items() if kind in types and not node.strip()), read_as(node, types))
     if "object" not in types and all(key == "item" for key, _ in node):
         items = schema.get("items") if isinstance(schema, dict) else None
         return [_value(part, items, root) for _, part in node]

@@ -43,7 +43,8 @@ class Store:
 
     def item(self, name: Any) -> dict[str, Any]:
         """An item of a kept response. Raises: RequestError for an id that is not kept."""
-        for body, *_ in reversed(self._kept.values()):
+        # A list: answers may be added meanwhile.
+        for body, *_ in reversed(list(self._kept.values())):
             for item in body["output"]:
                 if item["id"] == name:
                     return item

@@ -315,8 +315,11 @@ def _calls_apart(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ids_with_names(messages: Messages) -> list[dict[str, Any]]:
-    """Calls and results with ids as Kimi K2 makes them, `functions.NAME:0` and so on: its template writes these and no names."""
-    found, count, ids = [], 0, {}
+    """Calls and results with ids as Kimi K2 makes them, `functions.NAME:0` and so on: its template writes these and no names.
+
+    Results without an id are those of the last calls, in their order.
+    """
+    found, count, ids, unnamed = [], 0, {}, iter(())
     for message in messages:
         if "tool_calls" in message:
             calls = []
@@ -324,9 +327,10 @@ def _ids_with_names(messages: Messages) -> list[dict[str, Any]]:
                 calls.append({**call, "id": f"functions.{call.get('function', call)['name']}:{count}"})
                 ids[call.get("id")] = calls[-1]["id"]
                 count += 1
-            message = {**message, "tool_calls": calls}
+            message, unnamed = {**message, "tool_calls": calls}, iter([call["id"] for call in calls])
         elif message["role"] == "tool":
-            message = {**message, "tool_call_id": ids.get(message.get("tool_call_id"), message.get("tool_call_id"))}
+            given = message.get("tool_call_id")
+            message = {**message, "tool_call_id": next(unnamed, None) if given is None else ids.get(given, given)}
         found.append(message)
     return found
 

@@ -248,7 +248,7 @@ def parse_xml_call(text: str, tools: Any) -> Any:
     if text.lstrip().startswith("{"):
         return _json_calls(text, tools)
     whole = re.fullmatch(r"\s*<function=\s*([^\s<>]+)>([^<]*)</function>\s*", text)
-    return {"name": whole[1], "arguments": whole[2]} if whole else _read_parameters(text, tools)
+    return {"name": whole[1], "arguments": whole[2]} if whole else _read_parameters(text.strip(), tools)
 
 
 def _glm_call(text: str, tools: Any) -> Any:

@@ -171,6 +171,7 @@ ASKED = '<|channel|>commentary to=functions.ls <|constrain|>json<|message|>{"a":
         ("Hi!", {"before": "<|start|>user<|message|>x<|end|><|start|>assistant"}, [("answer", "Hi!")]),
         # Words in what was to be a header, and none follows.
         ("<|channel|>final Hi, it is done.", {}, [("answer", "<|channel|>final Hi, it is done.")]),
+        ("<|channel|>final Hi, it is done.<|end|>", {}, [("answer", "<|channel|>final Hi, it is done.")]),
         (
             THOUGHT + "<|start|>assistant<|channel|>final\nHi!",
             {},
@@ -455,9 +456,8 @@ def test_minimax_m3s_answers_and_calls_are_told_apart(step):
     assert thought == [("reasoning", "hm"), ("answer", "Look: "), ("call", [("ls", json.dumps(read))])]
     # Where it thinks of nothing, its answer begins with the mark.
     assert told(family, f"</mm:think>Hi{call}{call}", tools=tools, step=step)[0] == ("answer", "Hi")
-    for damaged in (call.replace("Look", ""), call.replace(f"{M3}</s>", ""), call.replace(f"{M3}<s>", f" words {M3}<s>")):
-        pieces = told(family, damaged, tools=tools, step=step)
-        assert pieces == ([("call", [("ls", json.dumps(read))])] if damaged == call else [("answer", damaged)])
+    for damaged in (call.replace(f"{M3}</s>", ""), call.replace(f"{M3}<s>", f" words {M3}<s>")):
+        assert told(family, damaged, tools=tools, step=step) == [("answer", damaged)]
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])

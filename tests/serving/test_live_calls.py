@@ -135,7 +135,7 @@ def test_a_word_that_is_written_anywhere_in_a_call_never_disappears(family, live
             )
         for piece in channels.feed("", last=True):
             told += piece.text + "".join(f"{call.name} {call.arguments} {call.id}" for call in piece.calls)
-        assert "WORD" in told, text[:at] + " WORD " + text[at:]
+        assert told.count("WORD") == 1, text[:at] + " WORD " + text[at:]
 
 
 @pytest.mark.parametrize("family", [*TWO_PARTS, *OWN_MARKS, "gpt-oss"], ids=str)
@@ -169,3 +169,20 @@ def test_words_behind_calls_that_no_mark_ends_are_text(live):
                         said += piece.text
                     calls += [call.arguments for call in piece.calls]
             assert calls == ['{"a": "x"}', '{"n": 3}'] and said == f"Look: {between} Done."
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[TOOL_CALLS]ls[ARGS]{"a": "x"}[TOOL_CALLS]ls[ARGS]{"a": "one\n WORD"}',
+        '[TOOL_CALLS]ls[ARGS]{"n": 1}ls[ARGS][1, 2] WORD',
+        '[TOOL_CALLS]ls[ARGS]{"n": NaN} WORD',
+        GPT_OSS.replace("<|call|>", " WORD<|call|>"),
+    ],
+)
+def test_what_stands_in_or_behind_a_damaged_call_comes_once(text, live):
+    channels, told = Channels(HARMONY if "<|call|>" in text else marked("mistral"), "", LS, live=live), ""
+    for piece in [piece for letter in text for piece in channels.feed(letter)] + channels.feed("", last=True):
+        told += piece.text + "".join(call.arguments for call in piece.calls)
+    assert told.count("WORD") == 1

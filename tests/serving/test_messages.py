@@ -310,7 +310,9 @@ def test_an_empty_list_of_calls_is_none(written, calls):
     assert written(template, [{"role": "assistant", "content": "y", "tool_calls": calls}]) == "[assistant]y"
 
 
-@pytest.mark.parametrize("calls", ["f", [3], [{"function": 3}], [{"function": {"arguments": "{}"}}], {}])
+@pytest.mark.parametrize(
+    "calls", ["f", [3], [{"function": 3}], [{"function": {"arguments": "{}"}}], {}, [{"id": [], "function": {"name": "f"}}]]
+)
 def test_calls_that_are_none_are_refused(written, calls):
     with pytest.raises(DFlashError, match="tool.call"):
         written(EACH, [{"role": "assistant", "content": "y", "tool_calls": calls}])

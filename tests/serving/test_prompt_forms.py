@@ -76,6 +76,9 @@ def test_a_template_that_writes_ids_in_place_of_names_gets_ids_that_hold_them(wr
     oslo, rome = "functions.weather:0", "functions.weather:1"
     assert f'<{oslo}:{{"city": "Oslo"}}><{rome}:{{"city": "Rome"}}>[tool:{rome}]20[tool:{oslo}]7' in prompt
     assert prompt.endswith('<functions.weather:2:{"city": "Bern"}>')
+    # Results without ids belong to the calls in their order.
+    unnamed = [{**result, "tool_call_id": None} for result in FOUND]
+    assert f"[tool:{oslo}]20[tool:{rome}]7" in written(kimi, [ASKED, BOTH, *unnamed])
     # Its own ids are the same ones.
     own = [ASKED, {"role": "assistant", "content": "", "tool_calls": [call("Oslo", oslo)]}, FOUND[0] | {"tool_call_id": oslo}]
     assert f'<{oslo}:{{"city": "Oslo"}}>[tool:{oslo}]20' in written(kimi, own)

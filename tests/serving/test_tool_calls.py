@@ -293,6 +293,7 @@ TAGS = '{"a": "<function=ls><parameter=a>x</parameter>"}'
         ("qwen3_coder", f'\n{{"name": "ls", "arguments": {OBJECT}}}\n', OBJECT),
         ("qwen3_coder", f"\n<function=ls>\n{TAGS}\n</function>\n", TAGS),
         ("qwen3_coder", f'\n{{"name": "ls", "arguments": {TAGS}}}\n', TAGS),
+        ("qwen3_coder", "\n<function=ls>\n<parameter=a>\nx\n</parameter>\n</function>  \n\n", '{"a": "x"}'),
         ("qwen3_coder", "\n<function=ls>\nthe files\n</function>\n", None),
         ("pythonic", f'[{{"name": "ls", "arguments": {OBJECT}}}]', OBJECT),
         ("pythonic", f'{{"name": "ls", "arguments": {OBJECT}}}', OBJECT),
