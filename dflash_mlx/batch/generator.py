@@ -137,6 +137,8 @@ class BatchGenerator:
         if (row := self.row(uid)) is None:
             return None
         (self.rows if row in self.rows else self.waiting).remove(row)
+        # Modules may be replaced before the next request comes.
+        self._prepared = None
         with mx.stream(self.stream):
             return row.end(self.keeps_caches or row.options.prompt_cache is not None)
 
@@ -152,7 +154,7 @@ class BatchGenerator:
     def next(self) -> list[RowResponse]:
         """Read a piece of a prompt, or run a round of all answers, or both. Returns the new tokens, each row's in order.
 
-        A request's last response has its finish_reason and its prompt cache.
+        A request's last response has its finish_reason and its prompt cache, if that is kept.
         """
         self._prepared = None
         with mx.stream(self.stream):
@@ -176,9 +178,10 @@ class BatchGenerator:
             self._spent = [0.0, 0.0]
         if reading and self._is_time_to_read():
             began = self.pair.clock()
-            if failed := self._read(reading, _CHUNK if answering else None):
-                return failed
+            failed = self._read(reading, _CHUNK if answering else None)
             self._spent[0] += self.pair.clock() - began
+            if failed:
+                return failed
         if not answering:
             return []
         began = self.pair.clock()

@@ -41,19 +41,25 @@ def choose_chunks(rows: Sequence[Row], most: int | None) -> list[tuple[Row, list
 def read_chunks(target: BatchTarget | None, chunks: Sequence[tuple[Row, list[int]]]) -> list[tuple[Row, Exception]]:
     """Read these chunks, in one pass if there are several. Returns: the rows that failed, with their errors.
 
-    A pass of several rows that fails is undone, and each row is read alone: the fault may be one row's own.
+    A pass of several rows that fails is undone, and each row is read alone: the fault may be one row's own. If it failed while it
+    was computed, the rows' entries may still hold its operations, and fail like it.
     """
-    passed, failed = [(row, chunk) for row, chunk in chunks if chunk], []
+    passed, failed, broken = [(row, chunk) for row, chunk in chunks if chunk], [], {}
     if len(passed) > 1:
         try:
             _run_pass(target, passed)
             passed = []
-        except Exception:  # noqa: BLE001 - such as a pass that memory does not hold
+        except Exception:  # noqa: BLE001 - of one row, or of all
             for row, _ in passed:
-                row.undo_chunk()
+                try:
+                    row.undo_chunk()
+                except Exception as error:  # noqa: BLE001 - of this request
+                    broken[id(row)] = error
     alone = {id(row) for row, _ in passed}
     for row, chunk in chunks:
         try:
+            if id(row) in broken:
+                raise broken[id(row)]
             if id(row) in alone:
                 _run_pass(target, [(row, chunk)])
             row.keep_chunk(chunk)

@@ -27,7 +27,7 @@ class RowResponse(GenerationResponse):
     """A row's response for one token.
 
     uid: the number that `insert` returned. error: why the row ended, with finish_reason "error"; the other fields then stay as
-    they were. prompt_cache: in the last response, the row's cache, for a request that continues.
+    they were. prompt_cache: in the last response, the row's cache, for a request that continues; None if it is not kept.
     """
 
     uid: int = -1

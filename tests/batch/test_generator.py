@@ -1,5 +1,6 @@
 """Many requests at once: each gets what it gets alone, whatever the others do."""
 
+import copy
 import importlib.util
 import itertools
 import sys
@@ -364,6 +365,42 @@ def test_a_pass_over_several_prompts_that_fails_is_undone_and_each_is_read_alone
             got.setdefault(response.uid, []).append(response.token)
     assert failed == [3]
     assert list(got.values()) == [case.alone(prompt, 0, 4)[0][:6] for prompt in (3, 5, 4)]
+
+
+def test_a_row_that_cannot_be_undone_fails_alone(pairs, monkeypatch):
+    model, drafter = pairs
+    batch, got, run_pass, undo = BatchGenerator(model, letters(), drafter), {}, reading._run_pass, Row.undo_chunk
+    uids = [batch.insert(p, max_tokens=5, block_size=5) for p in PROMPTS]
+
+    def fails(target, chunks):
+        if len(chunks) > 1:
+            raise RuntimeError("no memory is left")
+        run_pass(target, chunks)
+
+    def damaged(self):
+        if self.uid == uids[1]:
+            raise RuntimeError("damaged")
+        undo(self)
+
+    monkeypatch.setattr(reading, "_run_pass", fails)
+    monkeypatch.setattr(Row, "undo_chunk", damaged)
+    while len(batch):
+        for response in batch.next():
+            got.setdefault(response.uid, []).append(response.error or response.token)
+    assert [str(error) for error in got.pop(uids[1])] == ["damaged"]
+    assert {*got} == {uid for uid in uids if uid != uids[1]} and all(len(ids) == 5 for ids in got.values())
+
+
+def test_a_request_after_one_that_was_removed_meets_modules_that_were_replaced_between():
+    model = tiny_target()
+    batch = BatchGenerator(model, letters(), tiny_drafter(model))
+    first = batch.insert(PROMPTS[0], max_tokens=5)
+    before = batch.row(first).run.target
+    batch.remove(first)
+    layer = model.layers[0]
+    layer.self_attn.q_proj = copy.deepcopy(layer.self_attn.q_proj)
+    assert batch.row(batch.insert(PROMPTS[0], max_tokens=5)).run.target is not before
+    batch.close()
 
 
 def test_a_prompt_that_cannot_be_kept_fails_alone(pairs):
