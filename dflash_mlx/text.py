@@ -316,6 +316,14 @@ def token_bytes(tokenizer: Any, token: int) -> bytes | None:
     return bytes([int(name[3:5], 16)]) if isinstance(name, str) and _BYTE.fullmatch(name) else None
 
 
+def begun_character(tokenizer: Any, prompt: Sequence[int]) -> bytes:
+    """The bytes of a character that a prompt begins and does not finish; empty if it ends with a whole one."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    # At most 3 bytes, each of which may be a token of its own.
+    decoder.decode(b"".join(token_bytes(tokenizer, token) or b"" for token in prompt[-3:]))
+    return decoder.getstate()[0]
+
+
 def _byte_letters() -> dict[str, int]:
     """The letter by which byte-level BPE writes each byte: printable ones as they are, the others from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

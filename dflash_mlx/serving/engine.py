@@ -30,7 +30,7 @@ from ..models.target import Target
 from ..prompt_files import PrefixFiles
 from ..sampling import LogitsProcessor, SamplingSettings
 from ..stats import tokens_a_round
-from ..text import StopText, TextStream, token_bytes
+from ..text import StopText, TextStream, begun_character, token_bytes
 from .draft_kinds import DraftKinds
 from .errors import ClientDisconnected, RequestError
 from .prefix_cache import CacheOptions, PrefixCache, stream_from_prefix
@@ -517,7 +517,8 @@ class _AnswerText:
         self.stream, self.stop = TextStream(tokenizer, job.prompt, job.after_template), StopText(job.stop)
         self.kinds = DraftKinds()
         # Characters given out so far; bytes of tokens whose characters are still held back.
-        self.letters, self.held = 0, b""
+        self.letters = 0
+        self.held = b"" if self.top is None else begun_character(tokenizer, job.prompt)
 
     def token(self, response: Any) -> Token:
         reason = response.finish_reason

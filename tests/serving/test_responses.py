@@ -217,6 +217,21 @@ def test_text_offset_is_right_where_a_token_by_itself_has_another_text():
     )
 
 
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+def test_text_offset_counts_a_character_that_the_prompt_began(cut):
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "\u2581a": 257}
+    core = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    core.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=core), SPMStreamingDetokenizer)
+    rocket, known = list("🚀".encode()), {"finish_reason": None, "from_draft": False, "stats": None, "generation_tps": 0.0}
+    text = _AnswerText(tokenizer, Job([256, *rocket[:cut]], top=0))
+    told = [text.token(SimpleNamespace(token=i, logprobs=mx.zeros(258), **known)) for i in [*rocket[cut:], 257, 256]]
+    # The character is the answer's, whose text has it whole.
+    begun = cut < 4
+    assert "".join(token.text for token in told) == "🚀" * begun + " aa"
+    assert [token.offset for token in told] == [0] * (4 - cut) + [begun, begun + 2]
+
+
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_a_chosen_token_outside_the_k_likeliest_is_named_beside_them(served, k):
     asked = {"model": "served", "prompt": "x = ", "max_tokens": 30, "temperature": 3.0, "seed": 5, "logprobs": k}
