@@ -332,7 +332,7 @@ def _check_bench(asked: SimpleNamespace, b: Any) -> None:
 
     refuse_lonely_drafter(asked.model, asked.draft_model, asked.draft_bits, asked.last_tap)
     if has_no_drafter(asked.model, asked.draft_model):
-        raise refuse("--draft-model", "name the model's drafter, or auto: without one there is nothing to compare")
+        raise refuse("--draft-model", "there is no drafter, so there is nothing to compare: name one, or auto to look for it")
     if asked.draft_bits not in (None, "none") and asked.dense:
         raise refuse("--draft-bits", "--dense turns quantized layers of the drafter into plain ones")
     if asked.max_tokens is not None and asked.max_tokens < 2:

@@ -129,6 +129,7 @@ _THINKING = (
     ("<|think|>", "<|end|>"),
     ("Here is my thought process:", "Here is my response:"),
     ("<mm:think>", "</mm:think>"),
+    ("<|thought_start|>", "<|thought_end|>"),
     # Apriel's, whose prompts open it.
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     # mlx-lm's own, where they are not tokens but are spelled by the template.

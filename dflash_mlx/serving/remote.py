@@ -31,16 +31,17 @@ class Remote:
     """The address of a server that speaks OpenAI's chat completions.
 
     Args:
-      url: with or without a path; without one it is /v1. key: sent as a bearer token.
+      url: with or without a path; without one it is /v1. That of an endpoint stands for its server. key: sent as a bearer token.
     Raises:
       DFlashError: it is not an address.
     """
 
     def __init__(self, url: str, key: str | None = None):
+        url = url.strip()
         place = urlsplit(url if "://" in url else f"http://{url}")
         if place.scheme not in ("http", "https") or not place.hostname:
             raise DFlashError(f"{url!r} is not the address of a server", "Give one such as http://127.0.0.1:8080")
-        path = place.path.rstrip("/") or "/v1"
+        path = re.sub(r"(/chat/completions|/models)?/*$", "", place.path.rstrip("/")) or "/v1"
         self.url = f"{place.scheme}://{place.netloc}{path}"
         # A proxy does not know this machine's own servers.
         own = place.hostname in ("localhost", "127.0.0.1", "::1")
@@ -63,6 +64,8 @@ class Remote:
             raise self._unreached(error) from None
         if answer.status_code in (401, 403):
             raise _refused(answer.status_code, answer.content)
+        if name is None and answer.status_code == 404:
+            raise DFlashError(f"{self.url} has no list of models (HTTP 404)", "Check the address, or name a model with --model")
         try:
             models = {one["id"]: one for one in answer.json()["data"]}
         except (ValueError, LookupError, TypeError):

@@ -319,7 +319,7 @@ def test_show_drafts_marks_rejected_and_bonus_tokens_when_there_is_no_colour():
         (["generate", *TINY, "--nonsense"], 2, "nonsense"),
         (["generate", "--model", TARGET], 2, "-p"),
         (["generate", "--model", "tiny", "-p", "x", "--show-drafts"], 1, "drafter"),
-        (["generate", "--model", "tiny", "-p", "x", "--block-size", "4"], 2, r"name one with[\s│]+--draft-model"),
+        (["generate", "--model", "tiny", "-p", "x", "--block-size", "4"], 2, "name one with --draft-model"),
         (["generate", *TINY, "--kv-bits", "4", "-p", "x"], 1, "kv_bits"),
         (["generate", *TINY, "--dtype", "float64", "-p", "x"], 2, "float64"),
         (["generate", "--model", "tiny", "--draft-model", "no/such/folder", "-p", "x"], 1, "no/such/folder"),
@@ -336,7 +336,7 @@ def test_what_cannot_run_is_one_line_on_stderr_with_its_exit_code(args, code, me
     done = run(*args, env={"HF_HUB_OFFLINE": "1"})
     assert done.returncode == code, done.stderr
     assert done.stdout == ""
-    assert re.search(message, done.stderr), done.stderr
+    assert re.search(message, " ".join(done.stderr.replace("│", " ").split())), done.stderr
     assert "Traceback" not in done.stderr
     if code == 1:
         assert sum(line.startswith("Error: ") for line in done.stderr.splitlines()) == 1

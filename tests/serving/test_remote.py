@@ -41,7 +41,7 @@ def other(lines, status=200, kind="text/event-stream", models=("m",), then=lambd
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send({"data": [{"id": name} for name in models]})
+            self.send_error(404) if models is None else self.send({"data": [{"id": name} for name in models]})
 
         def do_POST(self):
             came.append((json.loads(self.rfile.read(int(self.headers["Content-Length"]))), dict(self.headers)))
@@ -171,6 +171,12 @@ def test_no_server_no_address_and_several_models_are_one_sentence():
         with pytest.raises(DFlashError, match="lists 2 models: a, b. Name one with --model"):
             talking(address)
         assert talking(address, name="b").pair.name == "b"
+    with other([], models=None) as (address, _):
+        with pytest.raises(DFlashError, match=r"has no list of models \(HTTP 404\). Check the address"):
+            talking(address)
+        assert talking(address, name="b").pair.name == "b"
+    for pasted in ("x:1/v1/chat/completions", " x:1/v1/models/ ", "x:1/chat/completions"):
+        assert Remote(pasted).url == "http://x:1/v1"
     assert Remote("https://x.org/api/v1/").url == "https://x.org/api/v1" and Remote("x:1").url == "http://x:1/v1"
 
 
